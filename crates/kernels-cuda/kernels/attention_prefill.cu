@@ -8,7 +8,7 @@
 // sum((p s) c) + sum(p z).
 //
 // Compiled with HEAD_DIM, and SINKS=1 for layers with attention sinks.
-#include "common.cuh"
+#include "flash.cuh"
 
 struct PrefillParams {
     StepTables step;
@@ -28,16 +28,10 @@ constexpr int D = HEAD_DIM;
 constexpr int WARPS = D == 256 ? 4 : 8;
 constexpr int THREADS = WARPS * 32;
 constexpr int ROWS = WARPS * 16;
-constexpr int STEPS = D / 16;
 constexpr int SIDE_BYTES = 64 * D * 2;   // keys or values of a tile in shared memory
 constexpr int TILE_BYTES = 2 * SIDE_BYTES;
 constexpr int RAW_BYTES = 8 * D * 8 + 512;
 constexpr int QUERY_BYTES = ROWS * D * 2;
-
-// Byte offset of a 16-byte chunk in panels of 64 channels (or tokens), swizzled like full pages.
-DEVICE u32 panel_byte(u32 rows, u32 row, u32 chunk) {
-    return (chunk >> 3) * rows * 128 + row * 128 + ((chunk & 7) ^ (row & 7)) * 16;
-}
 
 // Two codes, in the low bits of each half, as two BF16 integers. 128 + c is exact in BF16.
 DEVICE u32 integers(u32 pair) {
@@ -132,57 +126,138 @@ struct Context {
     }
 };
 
+// Queries times keys; both are addresses in shared memory.
+DEVICE void multiply_keys(float (&score)[8][4], u32 query_address, u32 keys, u32 warp, u32 lane) {
+#pragma unroll
+    for (int k = 0; k < STEPS; k++) {
+        u32 a[4];
+        load_matrix(a, query_address +
+            panel_byte(ROWS, warp * 16 + (lane >> 3 & 1) * 8 + (lane & 7), 2 * k + (lane >> 4)));
+#pragma unroll
+        for (int n = 0; n < 8; n += 2) {
+            u32 b[4];
+            load_matrix(b, keys + panel_byte(64, 8 * (n + (lane >> 4)) + (lane & 7), 2 * k + (lane >> 3 & 1)));
+            mma_pair(score + n, a, b);
+        }
+    }
+}
+
+// Removes the scores of positions that a row does not read in the form of this page.
+DEVICE void mask(float (&score)[8][4], const Context& context, const Cursor& now, u32 begin, u32 t,
+                 const u32 (&position)[2], const u32 (&boundary)[2]) {
+#pragma unroll
+    for (int n = 0; n < 8; n++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            u32 j = begin + n * 8 + 2 * t + (c & 1), h = c >> 1;
+            bool is_code = j >= context.sink && j < boundary[h];
+            if (is_code != now.coded || j > position[h] || (now.coded && context.history.in_hole(j)))
+                score[n][c] = NEGATIVE_INFINITY;
+        }
+}
+
+// Products of both rows with the codes of a key become scores. `pair` is its scale and minimum.
+DEVICE void apply_key(float (&score)[4], int c, u32 pair, const float (&query_sum)[2]) {
+    float s_k = f16_to_f32(pair & 0xffff), z_k = f16_to_f32(pair >> 16);
+    score[c] = __fmaf_rn(score[c], s_k, z_k * query_sum[0]);
+    score[2 + c] = __fmaf_rn(score[2 + c], s_k, z_k * query_sum[1]);
+}
+
+// Weights of both rows become factors of the codes of a value; minima are summed up in `shift`.
+DEVICE void apply_value(float (&score)[4], int c, u32 pair, float (&shift)[2]) {
+    float s_v = f16_to_f32(pair & 0xffff), z_v = f16_to_f32(pair >> 16);
+    shift[0] = __fmaf_rn(score[c], z_v, shift[0]);
+    shift[1] = __fmaf_rn(score[2 + c], z_v, shift[1]);
+    score[c] *= s_v;
+    score[2 + c] *= s_v;
+}
+
+// Adds weights times values. Codes lie as [channel][token], BF16 as [token][channel].
+DEVICE void add_values(float (&out)[2 * STEPS][4], const float (&score)[8][4], u32 values, bool coded, u32 lane) {
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        u32 a[4];
+        pack_weights(a, score, k);
+#pragma unroll
+        for (int n = 0; n < 2 * STEPS; n += 2) {
+            u32 b[4];
+            if (coded)
+                load_matrix(b, values + panel_byte(D, 8 * (n + (lane >> 4)) + (lane & 7), 2 * k + (lane >> 3 & 1)));
+            else
+                load_matrix_transposed(
+                    b, values + panel_byte(64, 16 * k + (lane >> 3 & 1) * 8 + (lane & 7), n + (lane >> 4)));
+            mma_bf16(out[n], a[0], a[1], a[2], a[3], b[0], b[1]);
+            mma_bf16(out[n + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
+        }
+    }
+}
+
+// Starts to copy a page to its stage.
+DEVICE void copy_page(u64 page, u8* stage, u32 bytes) {
+    u32 to = shared_address(stage);
+    for (u32 i = threadIdx.x; i < bytes / 16; i += THREADS) copy_to_shared(to + i * 16, (const u8*)page + i * 16);
+}
+
+// Stores this thread's rows.
+DEVICE void store(const float (&out)[2 * STEPS][4], const float (&total)[2], const float (&shift)[2],
+                  const float (&largest)[2], const PrefillParams& p, const SequenceInfo& s, u32 first,
+                  u32 last_row, u32 group, u32 kv_head, u32 warp, u32 g, u32 t) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float sum = quad_sum(total[h]);
+        const float z = quad_sum(shift[h]);
+        u32 packed = first + warp * 16 + h * 8 + g;
+        if (packed > last_row) continue;
+#ifdef SINKS
+        sum += sink_weight(p.sinks, s.first_row + packed / group, kv_head * group + packed % group, largest[h]);
+#endif
+        float norm = 1.0f / sum;
+        u64 at = row_offset(p, s, packed, group, kv_head) + 2 * t;
+#pragma unroll
+        for (int n = 0; n < 2 * STEPS; n++) {
+            float x = (out[n][2 * h] + z) * norm, y = (out[n][2 * h + 1] + z) * norm;
+            if (p.out) *(float2*)(p.out + at + n * 8) = make_float2(x, y);
+            if (p.rounded) *(u32*)(p.rounded + at + n * 8) = pack_bf16(x, y);
+        }
+    }
+}
+
+// Later rows read more, so their blocks start first.
 extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill(PrefillParams p) {
     extern __shared__ __align__(1024) u8 memory[];
-    u8* queries = memory;
-    u8* tiles = queries + QUERY_BYTES;
-    u8* raws = tiles + 2 * TILE_BYTES;
-
+    u8 *queries = memory, *tiles = queries + QUERY_BYTES, *raws = tiles + 2 * TILE_BYTES;
     const u32 group = p.query_heads / p.kv_heads, kv_head = blockIdx.y;
     allow_next_kernel();
     wait_for_previous_kernel();
     const SequenceInfo s = p.step.sequences[blockIdx.z];
-    // Later rows read more, so they start first.
     const u32 first = (gridDim.x - 1 - blockIdx.x) * ROWS, all_rows = s.rows * group;
     if (s.rows < p.least_rows || first >= all_rows) return;
     const u32 last_row = min(first + ROWS, all_rows) - 1;
     const HeadPages pages = p.pages[kv_head];
     const CodedPage shape = {pages.key_bits, pages.value_bits, D};
     const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-    const u32 first_query = s.first_position + first / group, last_query = s.first_position + last_row / group;
+    const u32 first_query = s.first_position + first / group;
+    const u32 last_query = s.first_position + last_row / group;
     const Context context = {p.step.sink, boundary_of(p.step, first_query), boundary_of(p.step, last_query), last_query,
                              pages.keeps_history(), history_of(p.step, s.view, s.view_end, kv_head)};
-
     auto start_copy = [&](const Cursor& c, u32 stage) {
         u32 id = c.coded ? context.history.page(p.step, s.table, c.block) : p.step.full[s.table + c.block];
-        if (c.coded) {
-            const u8* page = (const u8*)(pages.coded + (u64)id * shape.bytes());
-            u32 to = shared_address(raws + stage * RAW_BYTES);
-            for (u32 i = threadIdx.x; i < shape.bytes() / 16; i += THREADS) copy_to_shared(to + i * 16, page + i * 16);
-        } else {
-            const u8* page = (const u8*)(pages.full + (u64)id * full_page_bytes(D));
-            u32 to = shared_address(tiles + stage * TILE_BYTES);
-            for (u32 i = threadIdx.x; i < TILE_BYTES / 16; i += THREADS) copy_to_shared(to + i * 16, page + i * 16);
-        }
+        if (c.coded) copy_page(pages.coded + (u64)id * shape.bytes(), raws + stage * RAW_BYTES, shape.bytes());
+        else copy_page(pages.full + (u64)id * full_page_bytes(D), tiles + stage * TILE_BYTES, TILE_BYTES);
     };
-
     Cursor now = {0, false};
     context.find(now);
     start_copy(now, 0);
     close_copies();
-
     for (u32 i = threadIdx.x; i < ROWS * (D / 8); i += THREADS) {
         u32 row = i / (D / 8), chunk = i % (D / 8), packed = min(first + row, last_row);
-        const float4* q = (const float4*)(p.queries +
-            ((u64)(s.first_row + packed / group) * p.query_heads + kv_head * group + packed % group) * D + chunk * 8);
+        const float4* q = (const float4*)(p.queries + row_offset(p, s, packed, group, kv_head) + chunk * 8);
         float4 a = q[0], b = q[1];
         *(uint4*)(queries + panel_byte(ROWS, row, chunk)) =
             make_uint4(pack_bf16(a.x, a.y), pack_bf16(a.z, a.w), pack_bf16(b.x, b.y), pack_bf16(b.z, b.w));
     }
     __syncthreads();
-
-    // This thread's two rows: g and g + 8 of the warp's 16.
-    u32 position[2], boundary[2];
+    u32 position[2], boundary[2];  // of this thread's two rows: g and g + 8 of the warp's 16
     float query_sum[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -201,7 +276,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill(PrefillP
     const float scale = p.scale * LOG2E;
     float out[2 * STEPS][4] = {};
     float largest[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY}, total[2] = {}, shift[2] = {};
-
     bool more = true;
     for (u32 stage = 0; more; stage ^= 1) {
         Cursor next = now;
@@ -211,135 +285,41 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill(PrefillP
         close_copies();
         wait_for_copies<1>();
         __syncthreads();
-        u8* tile = tiles + stage * TILE_BYTES;
-        const u8* raw = raws + stage * RAW_BYTES;
+        u8 *tile = tiles + stage * TILE_BYTES, *raw = raws + stage * RAW_BYTES;
         if (now.coded) {
-            for (u32 i = warp; i < 8; i += WARPS) {
+            for (u32 i = warp; i < 8; i += WARPS)
                 if (i < 4) unpack_any(shape.key_bits, raw + shape.codes(KEY), KEY, i, lane, tile);
                 else unpack_any(shape.value_bits, raw + shape.codes(VALUE), VALUE, i - 4, lane, tile + SIDE_BYTES);
-            }
             __syncthreads();
         }
         const u32 keys = shared_address(tile), values = keys + SIDE_BYTES;
-
         float score[8][4] = {};
-#pragma unroll
-        for (int k = 0; k < STEPS; k++) {
-            u32 a[4];
-            load_matrix(a, query_address +
-                panel_byte(ROWS, warp * 16 + (lane >> 3 & 1) * 8 + (lane & 7), 2 * k + (lane >> 4)));
-#pragma unroll
-            for (int n = 0; n < 8; n += 2) {
-                u32 b[4];
-                load_matrix(b, keys + panel_byte(64, 8 * (n + (lane >> 4)) + (lane & 7), 2 * k + (lane >> 3 & 1)));
-                mma_bf16(score[n], a[0], a[1], a[2], a[3], b[0], b[1]);
-                mma_bf16(score[n + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
-            }
-        }
+        multiply_keys(score, query_address, keys, warp, lane);
         const u32 begin = now.block * 64;
         if (now.coded) {
 #pragma unroll
             for (int n = 0; n < 8; n++)
 #pragma unroll
-                for (int c = 0; c < 2; c++) {
-                    u32 pair = *(const u32*)(raw + param_byte(shape, KEY, n * 8 + 2 * t + c));
-                    float s_k = f16_to_f32(pair & 0xffff), z_k = f16_to_f32(pair >> 16);
-                    score[n][c] = __fmaf_rn(score[n][c], s_k, z_k * query_sum[0]);
-                    score[n][2 + c] = __fmaf_rn(score[n][2 + c], s_k, z_k * query_sum[1]);
-                }
+                for (int c = 0; c < 2; c++)
+                    apply_key(score[n], c, *(const u32*)(raw + param_byte(shape, KEY, n * 8 + 2 * t + c)), query_sum);
         }
         bool whole = now.coded ? begin >= context.sink && begin + 64 <= context.first_boundary &&
                                      !context.history.has_hole(begin, begin + 64)
                                : begin + 63 <= first_query &&
                                      (begin + 64 <= context.sink || begin >= context.last_boundary);
-        if (!whole) {
+        if (!whole) mask(score, context, now, begin, t, position, boundary);
 #pragma unroll
-            for (int n = 0; n < 8; n++)
-#pragma unroll
-                for (int c = 0; c < 4; c++) {
-                    u32 j = begin + n * 8 + 2 * t + (c & 1), h = c >> 1;
-                    bool is_code = j >= context.sink && j < boundary[h];
-                    if (is_code != now.coded || j > position[h] || (now.coded && context.history.in_hole(j)))
-                        score[n][c] = NEGATIVE_INFINITY;
-                }
-        }
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            float top = NEGATIVE_INFINITY;
-#pragma unroll
-            for (int n = 0; n < 8; n++) top = fmaxf(top, fmaxf(score[n][2 * h], score[n][2 * h + 1]));
-            float before = largest[h], after = fmaxf(before, quad_max(top) * scale);
-            // As long as every score is -infinity any finite reference gives weights of zero.
-            float reference = after == NEGATIVE_INFINITY ? 0.0f : after;
-            float factor = exp2_fast(before - reference);
-            largest[h] = after;
-            float sum = 0.0f;
-#pragma unroll
-            for (int n = 0; n < 8; n++)
-#pragma unroll
-                for (int c = 0; c < 2; c++) {
-                    float w = exp2_fast(__fmaf_rn(score[n][2 * h + c], scale, -reference));
-                    score[n][2 * h + c] = w;
-                    sum += w;
-                }
-            total[h] = __fmaf_rn(total[h], factor, sum);
-            shift[h] *= factor;
-#pragma unroll
-            for (int n = 0; n < 2 * STEPS; n++) {
-                out[n][2 * h] *= factor;
-                out[n][2 * h + 1] *= factor;
-            }
-        }
+        for (int h = 0; h < 2; h++) shift[h] *= update(score, h, scale, largest[h], total[h], out);
         if (now.coded) {
 #pragma unroll
             for (int n = 0; n < 8; n++)
 #pragma unroll
-                for (int c = 0; c < 2; c++) {
-                    u32 pair = *(const u32*)(raw + param_byte(shape, VALUE, n * 8 + 2 * t + c));
-                    float s_v = f16_to_f32(pair & 0xffff), z_v = f16_to_f32(pair >> 16);
-                    shift[0] = __fmaf_rn(score[n][c], z_v, shift[0]);
-                    shift[1] = __fmaf_rn(score[n][2 + c], z_v, shift[1]);
-                    score[n][c] *= s_v;
-                    score[n][2 + c] *= s_v;
-                }
+                for (int c = 0; c < 2; c++)
+                    apply_value(score[n], c, *(const u32*)(raw + param_byte(shape, VALUE, n * 8 + 2 * t + c)), shift);
         }
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            u32 a[4] = {pack_bf16(score[2 * k][0], score[2 * k][1]), pack_bf16(score[2 * k][2], score[2 * k][3]),
-                        pack_bf16(score[2 * k + 1][0], score[2 * k + 1][1]),
-                        pack_bf16(score[2 * k + 1][2], score[2 * k + 1][3])};
-#pragma unroll
-            for (int n = 0; n < 2 * STEPS; n += 2) {
-                u32 b[4];
-                if (now.coded)
-                    load_matrix(b, values + panel_byte(D, 8 * (n + (lane >> 4)) + (lane & 7), 2 * k + (lane >> 3 & 1)));
-                else
-                    load_matrix_transposed(
-                        b, values + panel_byte(64, 16 * k + (lane >> 3 & 1) * 8 + (lane & 7), n + (lane >> 4)));
-                mma_bf16(out[n], a[0], a[1], a[2], a[3], b[0], b[1]);
-                mma_bf16(out[n + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
-            }
-        }
+        add_values(out, score, values, now.coded, lane);
         now = next;
         __syncthreads();
     }
-
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        float sum = quad_sum(total[h]);
-        const float z = quad_sum(shift[h]);
-        u32 packed = first + warp * 16 + h * 8 + g;
-        if (packed > last_row) continue;
-#ifdef SINKS
-        sum += sink_weight(p.sinks, s.first_row + packed / group, kv_head * group + packed % group, largest[h]);
-#endif
-        float norm = 1.0f / sum;
-        u64 at = ((u64)(s.first_row + packed / group) * p.query_heads + kv_head * group + packed % group) * D + 2 * t;
-#pragma unroll
-        for (int n = 0; n < 2 * STEPS; n++) {
-            float x = (out[n][2 * h] + z) * norm, y = (out[n][2 * h + 1] + z) * norm;
-            if (p.out) *(float2*)(p.out + at + n * 8) = make_float2(x, y);
-            if (p.rounded) *(u32*)(p.rounded + at + n * 8) = pack_bf16(x, y);
-        }
-    }
+    store(out, total, shift, largest, p, s, first, last_row, group, kv_head, warp, g, t);
 }

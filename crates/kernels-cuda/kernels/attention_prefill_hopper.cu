@@ -51,9 +51,7 @@ constexpr int QUERY_BYTES = 64 * D * 2;          // of one warp group
 constexpr int STAGE_BYTES = 64 * D * 4;          // a page in 16 bits: keys, then values
 // With keys in E4M3: keys, values, and the factor of the keys.
 constexpr int E4M3_FACTOR_AT = 64 * D * 3, E4M3_BYTES = E4M3_FACTOR_AT + 16;
-struct Barriers {
-    u64 full[STAGES], empty[STAGES];
-};
+struct Barriers { u64 full[STAGES], empty[STAGES]; };
 
 constexpr u32 PART = D + 2;  // of a row, in `partial`
 
@@ -61,11 +59,10 @@ constexpr u32 PART = D + 2;  // of a row, in `partial`
 constexpr float WEIGHT_LOG = 10.0f;
 
 // The pages of one kind that a tile reads: blocks [0, sink_end) and [begin, end). A block of the grid takes
-// `taken` of them, from the `first` on.
+// `count` of them, from the `first` on.
 struct PageList {
-    u32 sink_end, begin, end, first, taken;
+    u32 sink_end, begin, end, first, count;
     DEVICE u32 all() const { return sink_end + (end - begin); }
-    DEVICE u32 count() const { return taken; }
     DEVICE u32 block(u32 i) const {
         i += first;
         return i < sink_end ? i : begin + (i - sink_end);
@@ -73,7 +70,7 @@ struct PageList {
     // Keeps those with numbers in [from, to) where the first has number `number`.
     DEVICE void take(u32 number, u32 from, u32 to) {
         first = min(max(from, number) - number, all());
-        taken = min(max(to, number) - number, all()) - first;
+        count = min(max(to, number) - number, all()) - first;
     }
 };
 
@@ -120,7 +117,7 @@ struct Producer {
     // Copies the pages of a list; `page_at` says where the page at a place of the tables lies.
     template <class F>
     DEVICE void copy(const PageList& list, u32 bytes, F&& page_at) {
-        for (u32 i = 0; i < list.count(); i++, iteration++) {
+        for (u32 i = 0; i < list.count; i++, iteration++) {
             const u32 stage = iteration % STAGES, full = shared_address(&barriers->full[stage]);
             const u8* page = page_at(context.sequence.table + list.block(i));
             barrier_wait(shared_address(&barriers->empty[stage]), (iteration / STAGES & 1) ^ 1);
@@ -315,7 +312,7 @@ struct Consumer {
     // of the next one is computed.
     template <Form FORM>
     DEVICE void pages(const PageList& list) {
-        const u32 count = list.count();
+        const u32 count = list.count;
         if (count == 0) return;
         float score[32], factor[2];
         u32 weights[16];
@@ -451,7 +448,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_prefill_hoppe
         consumer.load_queries<BF16>(kv_head, group);
         consumer.pages<BF16>(context.full);
         consumer.sync_group();  // every warp has read its BF16 queries
-        if (context.coded.count() > 0) {
+        if (context.coded.count > 0) {
             if (e4m3) {
                 if constexpr (D >= 128) consumer.attend_codes<E4M3>(context.coded, kv_head, group);
             } else {

@@ -13,7 +13,7 @@
 //                          of two BF16 numbers
 //
 // Queries and weights are rounded to BF16, sums are f32. Compiled with HEAD_DIM.
-#include "common.cuh"
+#include "flash.cuh"
 
 struct SlidingParams {
     StepTables step;         // `full` names pages of the sliding group
@@ -30,17 +30,11 @@ struct SlidingParams {
 CHECK_LAYOUT(SlidingParams);
 
 constexpr int D = HEAD_DIM;
-constexpr int STEPS = D / 16;
 constexpr int FEW_ROWS = 16;                     // rows of a tile
 constexpr int TOKENS = D == 256 ? 32 : 64;       // of a stage
 constexpr int SIDE_BYTES = TOKENS * D * 2;       // keys or values of a stage
 constexpr int STAGE_BYTES = 2 * SIDE_BYTES;
 constexpr int PANEL_CHUNKS = TOKENS * 8;         // 16-byte chunks of 64 channels of a stage's tokens
-
-// Byte offset of a 16-byte chunk in panels of 64 channels, swizzled like full pages.
-DEVICE u32 panel_byte(u32 rows, u32 row, u32 chunk) {
-    return (chunk >> 3) * rows * 128 + row * 128 + ((chunk & 7) ^ (row & 7)) * 16;
-}
 
 // Shared memory: queries (twice if split), then two stages.
 template <int ROW_WARPS, int TOKEN_WARPS>
@@ -52,12 +46,146 @@ struct Block {
     static constexpr int QUERIES = (SPLIT ? 2 : 1) * QUERY_BYTES;
 };
 
+// Brings the queries of the block to shared memory; rows beyond the last repeat it.
+template <class B>
+DEVICE void load_queries(u8* queries, const SlidingParams& p, const SequenceInfo& s, u32 first, u32 last_row,
+                         u32 group, u32 kv_head) {
+    for (u32 i = threadIdx.x; i < B::ROWS * (D / 8); i += B::THREADS) {
+        const u32 row = i / (D / 8), chunk = i % (D / 8), packed = min(first + row, last_row);
+        const float4* q = (const float4*)(p.queries + row_offset(p, s, packed, group, kv_head) + chunk * 8);
+        const float4 a = q[0], b = q[1];
+        uint4 high, low;
+        split(a.x, a.y, high.x, low.x), split(a.z, a.w, high.y, low.y);
+        split(b.x, b.y, high.z, low.z), split(b.z, b.w, high.w, low.w);
+        const u32 at = panel_byte(B::ROWS, row, chunk);
+        *(uint4*)(queries + at) = high;
+        if (B::SPLIT) *(uint4*)(queries + B::QUERY_BYTES + at) = low;
+    }
+}
+
+// Clears values beyond the last query. Nobody may have written them: they may hold NaN, which a weight
+// of zero does not remove.
+template <class B>
+DEVICE void clear_unwritten(u8* tile, u32 begin, u32 last_query) {
+    for (u32 i = threadIdx.x; i < SIDE_BYTES / 16; i += B::THREADS) {
+        uint4* const to = (uint4*)(tile + SIDE_BYTES + i * 16);
+        if (begin + i % PANEL_CHUNKS / 8 > last_query) *to = make_uint4(0, 0, 0, 0);
+    }
+}
+
+// Removes the scores of tokens outside the windows of this thread's rows.
+template <class B>
+DEVICE void mask(float (&score)[B::EACH / 8][4], const SlidingParams& p, u32 begin, u32 own, u32 t,
+                 const u32 (&position)[2]) {
+#pragma unroll
+    for (int n = 0; n < B::EACH / 8; n++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            const u32 j = begin + own + n * 8 + 2 * t + (c & 1), h = c >> 1;
+            if (j > position[h] || j + p.window <= position[h]) score[n][c] = NEGATIVE_INFINITY;
+        }
+}
+
+// out += weights times values.
+template <class B>
+DEVICE void add_values(float (&out)[2 * STEPS][4], const float (&score)[B::EACH / 8][4], u32 values, u32 own,
+                       u32 lane) {
+#pragma unroll
+    for (int k = 0; k < B::EACH / 16; k++) {
+        u32 a[4];
+        pack_weights(a, score, k);
+#pragma unroll
+        for (int n = 0; n < 2 * STEPS; n += 2) {
+            u32 b[4];
+            load_matrix_transposed(
+                b, values + panel_byte(TOKENS, own + 16 * k + (lane >> 3 & 1) * 8 + (lane & 7), n + (lane >> 4)));
+            mma_bf16(out[n], a[0], a[1], a[2], a[3], b[0], b[1]);
+            mma_bf16(out[n + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
+        }
+    }
+}
+
+// Stores the rows of a warp that has read all tokens.
+template <class F, class G>
+DEVICE void store_own(const SlidingParams& p, float (&out)[2 * STEPS][4], const float (&largest)[2],
+                      const float (&total)[2], u32 row_warp, u32 g, u32 t, u32 first, u32 last_row, F&& offset,
+                      G&& with_sink) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const float sum = quad_sum(total[h]);
+        const u32 packed = first + row_warp * 16 + h * 8 + g;
+        if (packed > last_row) continue;
+        const float norm = 1.0f / with_sink(sum, packed, largest[h]);
+        const u64 at = offset(packed) + 2 * t;
+#pragma unroll
+        for (int n = 0; n < 2 * STEPS; n++)
+            store_pair(p, at + n * 8, out[n][2 * h] * norm, out[n][2 * h + 1] * norm);
+    }
+}
+
+// Merges and stores the rows of warps that have read some tokens each. In shared memory, where the stages
+// were: the warps' states, relative to the largest reference of a row.
+template <int TOKEN_WARPS, class F, class G>
+DEVICE void store_merged(const SlidingParams& p, float (&out)[2 * STEPS][4], const float (&largest)[2],
+                         const float (&total)[2], u8* stages, u32 token_warp, u32 g, u32 t, u32 first,
+                         u32 last_row, F&& offset, G&& with_sink) {
+    constexpr int STRIDE = D + 8;
+    static_assert(TOKEN_WARPS * 16 * STRIDE * 4 <= 2 * STAGE_BYTES, "no room");
+    __shared__ float references[TOKEN_WARPS][16], sums[TOKEN_WARPS][16];
+    float(*parts)[16][STRIDE] = (float(*)[16][STRIDE])stages;
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+        if (t == 0) references[token_warp][g + 8 * h] = largest[h];
+    __syncthreads();
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const u32 row = g + 8 * h;
+        float top = NEGATIVE_INFINITY;
+#pragma unroll
+        for (int w = 0; w < TOKEN_WARPS; w++) top = fmaxf(top, references[w][row]);
+        // A warp that has seen nothing has no weight.
+        const float factor = largest[h] == NEGATIVE_INFINITY ? 0.0f : exp2_fast(largest[h] - top);
+        const float sum = quad_sum(total[h]) * factor;
+        if (t == 0) sums[token_warp][row] = sum;
+#pragma unroll
+        for (int n = 0; n < 2 * STEPS; n++)
+            *(float2*)&parts[token_warp][row][n * 8 + 2 * t] =
+                make_float2(out[n][2 * h] * factor, out[n][2 * h + 1] * factor);
+    }
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < (last_row - first + 1) * (D / 2); i += TOKEN_WARPS * 32) {
+        const u32 row = i / (D / 2), channel = i % (D / 2) * 2;
+        float top = NEGATIVE_INFINITY, sum = 0.0f;
+        float2 v = make_float2(0.0f, 0.0f);
+#pragma unroll
+        for (int w = 0; w < TOKEN_WARPS; w++) {
+            const float2 part = *(const float2*)&parts[w][row][channel];
+            top = fmaxf(top, references[w][row]), sum += sums[w][row];
+            v.x += part.x, v.y += part.y;
+        }
+        const float norm = 1.0f / with_sink(sum, first + row, top);
+        store_pair(p, offset(first + row) + channel, v.x * norm, v.y * norm);
+    }
+}
+
+// Adds queries (a, and a_low if they are split) times 16 tokens of keys.
+template <class B>
+DEVICE void multiply_keys(float (&score)[B::EACH / 8][4], int n, const u32 (&a)[4], const u32 (&a_low)[4],
+                          const u32 (&b)[4]) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        mma_bf16(score[n + i], a[0], a[1], a[2], a[3], b[2 * i], b[2 * i + 1]);
+        if (!B::SPLIT) continue;
+        mma_bf16(score[n + i], a_low[0], a_low[1], a_low[2], a_low[3], b[2 * i], b[2 * i + 1]);
+    }
+}
+
+// The whole kernel.
 template <int ROW_WARPS, int TOKEN_WARPS>
 DEVICE void attend(const SlidingParams& p) {
     using B = Block<ROW_WARPS, TOKEN_WARPS>;
     extern __shared__ __align__(1024) u8 memory[];
-    u8* const queries = memory;
-    u8* const stages = memory + B::QUERIES;
+    u8 *const queries = memory, *const stages = memory + B::QUERIES;
     const u32 group = p.query_heads / p.kv_heads, kv_head = blockIdx.y;
     allow_next_kernel();
     wait_for_previous_kernel();
@@ -68,7 +196,8 @@ DEVICE void attend(const SlidingParams& p) {
     const u32 last_row = min(first + B::ROWS, all_rows) - 1;
     const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     const u32 row_warp = warp / TOKEN_WARPS, token_warp = warp % TOKEN_WARPS;
-    const u32 first_query = s.first_position + first / group, last_query = s.first_position + last_row / group;
+    const u32 first_query = s.first_position + first / group;
+    const u32 last_query = s.first_position + last_row / group;
     const u32 first_key = first_query + 1 > p.window ? first_query + 1 - p.window : 0;
     const u8* const pages = (const u8*)p.pages[kv_head].full;
 
@@ -84,26 +213,14 @@ DEVICE void attend(const SlidingParams& p) {
         close_copies();
     };
 
-    u32 unit = first_key / TOKENS;
-    const u32 last_unit = last_query / TOKENS;
+    u32 unit = first_key / TOKENS, last_unit = last_query / TOKENS;
     start_copy(unit, 0);
-    for (u32 i = threadIdx.x; i < B::ROWS * (D / 8); i += B::THREADS) {
-        const u32 row = i / (D / 8), chunk = i % (D / 8), packed = min(first + row, last_row);
-        const float4* q = (const float4*)(p.queries +
-            ((u64)(s.first_row + packed / group) * p.query_heads + kv_head * group + packed % group) * D + chunk * 8);
-        const float4 a = q[0], b = q[1];
-        uint4 high, low;
-        split(a.x, a.y, high.x, low.x), split(a.z, a.w, high.y, low.y);
-        split(b.x, b.y, high.z, low.z), split(b.z, b.w, high.w, low.w);
-        const u32 at = panel_byte(B::ROWS, row, chunk);
-        *(uint4*)(queries + at) = high;
-        if (B::SPLIT) *(uint4*)(queries + B::QUERY_BYTES + at) = low;
-    }
-
+    load_queries<B>(queries, p, s, first, last_row, group, kv_head);
     // This thread's two rows: g and g + 8 of the warp's 16.
     u32 position[2];
 #pragma unroll
-    for (int h = 0; h < 2; h++) position[h] = s.first_position + min(first + row_warp * 16 + h * 8 + g, last_row) / group;
+    for (int h = 0; h < 2; h++)
+        position[h] = s.first_position + min(first + row_warp * 16 + h * 8 + g, last_row) / group;
     const u32 query_address = shared_address(queries);
     const float scale = p.scale * LOG2E;
     float out[2 * STEPS][4] = {};
@@ -113,16 +230,12 @@ DEVICE void attend(const SlidingParams& p) {
         if (unit < last_unit) {
             start_copy(unit + 1, stage ^ 1);
             wait_for_copies<1>();
-        } else {
-            wait_for_copies<0>();
-        }
+        } else wait_for_copies<0>();
         __syncthreads();
         u8* const tile = stages + stage * STAGE_BYTES;
         const u32 begin = unit * TOKENS;
         if (begin + TOKENS - 1 > last_query) {
-            // Rows that nobody has written may hold NaN, which a weight of zero does not remove.
-            for (u32 i = threadIdx.x; i < SIDE_BYTES / 16; i += B::THREADS)
-                if (begin + i % PANEL_CHUNKS / 8 > last_query) *(uint4*)(tile + SIDE_BYTES + i * 16) = make_uint4(0, 0, 0, 0);
+            clear_unwritten<B>(tile, begin, last_query);
             __syncthreads();
         }
         const u32 keys = shared_address(tile), values = keys + SIDE_BYTES, own = token_warp * B::EACH;
@@ -131,132 +244,39 @@ DEVICE void attend(const SlidingParams& p) {
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
             u32 a[4], a_low[4];
-            const u32 at = query_address + panel_byte(B::ROWS, row_warp * 16 + (lane >> 3 & 1) * 8 + (lane & 7), 2 * k + (lane >> 4));
+            const u32 at = query_address +
+                panel_byte(B::ROWS, row_warp * 16 + (lane >> 3 & 1) * 8 + (lane & 7), 2 * k + (lane >> 4));
             load_matrix(a, at);
             if (B::SPLIT) load_matrix(a_low, at + B::QUERY_BYTES);
 #pragma unroll
             for (int n = 0; n < B::EACH / 8; n += 2) {
                 u32 b[4];
-                load_matrix(b, keys + panel_byte(TOKENS, own + 8 * (n + (lane >> 4)) + (lane & 7), 2 * k + (lane >> 3 & 1)));
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    mma_bf16(score[n + i], a[0], a[1], a[2], a[3], b[2 * i], b[2 * i + 1]);
-                    if (B::SPLIT) mma_bf16(score[n + i], a_low[0], a_low[1], a_low[2], a_low[3], b[2 * i], b[2 * i + 1]);
-                }
+                load_matrix(b, keys + panel_byte(TOKENS, own + 8 * (n + (lane >> 4)) + (lane & 7),
+                                                 2 * k + (lane >> 3 & 1)));
+                multiply_keys<B>(score, n, a, a_low, b);
             }
         }
         // Every row of the block sees all tokens of the stage.
         const bool whole = begin + TOKENS - 1 <= first_query && begin + p.window > last_query;
-        if (!whole) {
+        if (!whole) mask<B>(score, p, begin, own, t, position);
 #pragma unroll
-            for (int n = 0; n < B::EACH / 8; n++)
-#pragma unroll
-                for (int c = 0; c < 4; c++) {
-                    const u32 j = begin + own + n * 8 + 2 * t + (c & 1), h = c >> 1;
-                    if (j > position[h] || j + p.window <= position[h]) score[n][c] = NEGATIVE_INFINITY;
-                }
-        }
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            float top = NEGATIVE_INFINITY;
-#pragma unroll
-            for (int n = 0; n < B::EACH / 8; n++) top = fmaxf(top, fmaxf(score[n][2 * h], score[n][2 * h + 1]));
-            const float before = largest[h], after = fmaxf(before, quad_max(top) * scale);
-            // As long as every score is -infinity any finite reference gives weights of zero.
-            const float reference = after == NEGATIVE_INFINITY ? 0.0f : after;
-            const float factor = exp2_fast(before - reference);
-            largest[h] = after;
-            float sum = 0.0f;
-#pragma unroll
-            for (int n = 0; n < B::EACH / 8; n++)
-#pragma unroll
-                for (int c = 0; c < 2; c++) {
-                    const float w = exp2_fast(__fmaf_rn(score[n][2 * h + c], scale, -reference));
-                    score[n][2 * h + c] = w;
-                    sum += w;
-                }
-            total[h] = __fmaf_rn(total[h], factor, sum);
-#pragma unroll
-            for (int n = 0; n < 2 * STEPS; n++) out[n][2 * h] *= factor, out[n][2 * h + 1] *= factor;
-        }
-#pragma unroll
-        for (int k = 0; k < B::EACH / 16; k++) {
-            const u32 a[4] = {pack_bf16(score[2 * k][0], score[2 * k][1]), pack_bf16(score[2 * k][2], score[2 * k][3]),
-                              pack_bf16(score[2 * k + 1][0], score[2 * k + 1][1]),
-                              pack_bf16(score[2 * k + 1][2], score[2 * k + 1][3])};
-#pragma unroll
-            for (int n = 0; n < 2 * STEPS; n += 2) {
-                u32 b[4];
-                load_matrix_transposed(
-                    b, values + panel_byte(TOKENS, own + 16 * k + (lane >> 3 & 1) * 8 + (lane & 7), n + (lane >> 4)));
-                mma_bf16(out[n], a[0], a[1], a[2], a[3], b[0], b[1]);
-                mma_bf16(out[n + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
-            }
-        }
+        for (int h = 0; h < 2; h++) shrink(out, h, weigh(score, h, scale, largest[h], total[h]));
+        add_values<B>(out, score, values, own, lane);
         __syncthreads();  // the next copy overwrites this stage
     }
 
     // Where a row's output lies, and the weight of its sink.
-    auto offset = [&](u32 packed) {
-        return ((u64)(s.first_row + packed / group) * p.query_heads + kv_head * group + packed % group) * D;
-    };
+    auto offset = [&](u32 packed) { return row_offset(p, s, packed, group, kv_head); };
     auto with_sink = [&](float sum, u32 packed, float reference) {
-        if (p.sinks.scores) sum += sink_weight(p.sinks, s.first_row + packed / group, kv_head * group + packed % group, reference);
-        return sum;
-    };
-    auto store = [&](u64 at, float x, float y) {
-        if (p.out) *(float2*)(p.out + at) = make_float2(x, y);
-        if (p.rounded) *(u32*)(p.rounded + at) = pack_bf16(x, y);
+        if (!p.sinks.scores) return sum;
+        const u32 row = s.first_row + packed / group, head = kv_head * group + packed % group;
+        return sum + sink_weight(p.sinks, row, head, reference);
     };
     if constexpr (TOKEN_WARPS == 1) {
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const float sum = quad_sum(total[h]);
-            const u32 packed = first + row_warp * 16 + h * 8 + g;
-            if (packed > last_row) continue;
-            const float norm = 1.0f / with_sink(sum, packed, largest[h]);
-            const u64 at = offset(packed) + 2 * t;
-#pragma unroll
-            for (int n = 0; n < 2 * STEPS; n++) store(at + n * 8, out[n][2 * h] * norm, out[n][2 * h + 1] * norm);
-        }
+        store_own(p, out, largest, total, row_warp, g, t, first, last_row, offset, with_sink);
     } else {
-        // The warps' states, relative to the largest reference of a row. The stages are free.
-        constexpr int STRIDE = D + 8;
-        static_assert(TOKEN_WARPS * 16 * STRIDE * 4 <= 2 * STAGE_BYTES, "no room");
-        __shared__ float references[TOKEN_WARPS][16], sums[TOKEN_WARPS][16];
-        float(*parts)[16][STRIDE] = (float(*)[16][STRIDE])stages;
-#pragma unroll
-        for (int h = 0; h < 2; h++)
-            if (t == 0) references[token_warp][g + 8 * h] = largest[h];
-        __syncthreads();
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const u32 row = g + 8 * h;
-            float top = NEGATIVE_INFINITY;
-#pragma unroll
-            for (int w = 0; w < TOKEN_WARPS; w++) top = fmaxf(top, references[w][row]);
-            // A warp that has seen nothing has no weight.
-            const float factor = largest[h] == NEGATIVE_INFINITY ? 0.0f : exp2_fast(largest[h] - top);
-            const float sum = quad_sum(total[h]) * factor;
-            if (t == 0) sums[token_warp][row] = sum;
-#pragma unroll
-            for (int n = 0; n < 2 * STEPS; n++)
-                *(float2*)&parts[token_warp][row][n * 8 + 2 * t] = make_float2(out[n][2 * h] * factor, out[n][2 * h + 1] * factor);
-        }
-        __syncthreads();
-        for (u32 i = threadIdx.x; i < (last_row - first + 1) * (D / 2); i += B::THREADS) {
-            const u32 row = i / (D / 2), channel = i % (D / 2) * 2;
-            float top = NEGATIVE_INFINITY, sum = 0.0f;
-            float2 v = make_float2(0.0f, 0.0f);
-#pragma unroll
-            for (int w = 0; w < TOKEN_WARPS; w++) {
-                const float2 part = *(const float2*)&parts[w][row][channel];
-                top = fmaxf(top, references[w][row]), sum += sums[w][row];
-                v.x += part.x, v.y += part.y;
-            }
-            const float norm = 1.0f / with_sink(sum, first + row, top);
-            store(offset(first + row) + channel, v.x * norm, v.y * norm);
-        }
+        store_merged<TOKEN_WARPS>(p, out, largest, total, stages, token_warp, g, t, first, last_row, offset,
+                                  with_sink);
     }
 }
 

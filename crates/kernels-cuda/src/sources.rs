@@ -88,6 +88,7 @@ pub static HEADERS: &[(&str, &str)] = &[
     ("experts.cuh", include_str!("../kernels/experts.cuh")),
     ("experts_choice.cuh", include_str!("../kernels/experts_choice.cuh")),
     ("experts_route.cuh", include_str!("../kernels/experts_route.cuh")),
+    ("flash.cuh", include_str!("../kernels/flash.cuh")),
     ("fp8.cuh", include_str!("../kernels/fp8.cuh")),
     ("fragments.cuh", include_str!("../kernels/fragments.cuh")),
     ("gate.cuh", include_str!("../kernels/gate.cuh")),
