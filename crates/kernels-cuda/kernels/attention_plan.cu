@@ -137,6 +137,43 @@ struct Planner {
         }
         return low;
     }
+
+    // Sums the costs of the sequences; stores the prefix sums if `keep`. Blocks that share the
+    // scratch memory write the same numbers.
+    DEVICE u64 add_up(u64 page_of_all_heads, bool keep) const {
+        const u32 n = a.step.sequence_count, tid = threadIdx.x;
+        u64 total = 0;
+        if (keep && tid == 0) cost_before[0] = 0;
+        for (u32 first = 0; first < n; first += THREADS) {
+            u64 cost = 0, all;
+            if (first + tid < n) {
+                const SequenceInfo s = a.step.sequences[first + tid];
+                ContextShape c = context_of(a.step, s, 0);
+                cost = c.near_units * near_cost * a.kv_heads;
+                if (s.view == NO_VIEW) cost += c.pages * page_of_all_heads;
+                for (u32 h = 0; s.view != NO_VIEW && s.rows == 1 && h < a.kv_heads; h++) {
+                    set_pages(c, a.step, s.boundary, s.view, s.view_end, h);
+                    cost += c.pages * plan.page_cost[h];
+                }
+            }
+            const u64 before = sum_before(cost, plan.warp_sums, all);
+            if (keep && first + tid < n) cost_before[first + tid + 1] = total + before + cost;
+            total += all;
+        }
+        return total;
+    }
+
+    // The workers that read an item, if `active` workers read. `own`: every item has its own.
+    DEVICE ItemPlan readers_of(u32 item, u32 active, bool own) const {
+        const u32 sequence = item / a.kv_heads, head = item % a.kv_heads;
+        const u32 units = this->units(context_of(a.step, a.step.sequences[sequence], head), head);
+        if (own) return {plan.own_before[item], plan.own_before[item + 1] - plan.own_before[item], 0, 0};
+        if (units == 0) return {0, 0, 0, 0};
+        const u32 first = begun(active, {sequence, head, 0}) - 1;
+        const u32 last = begun(active, {sequence, head, units - 1}) - 1;
+        const Place at = plan.begins[first];
+        return {first, last - first + 1, at.sequence != sequence || at.head != head, 0};
+    }
 };
 
 // Number of workers of an item: its share of `workers`, at least one.
@@ -175,33 +212,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(PlanArgs a) {
     u64 page_of_all_heads;
     sum_before(page_cost, plan.warp_sums, page_of_all_heads);
     Planner p = {a, plan, n <= THREADS ? plan.cost_before : a.cost_before, near_bytes};
-    // Sums the costs of the sequences; stores the prefix sums if `keep`. Blocks that share the
-    // scratch memory write the same numbers.
-    auto add_up = [&](bool keep) {
-        u64 total = 0;
-        if (keep && tid == 0) p.cost_before[0] = 0;
-        for (u32 first = 0; first < n; first += THREADS) {
-            u64 cost = 0, all;
-            if (first + tid < n) {
-                const SequenceInfo s = a.step.sequences[first + tid];
-                ContextShape c = context_of(a.step, s, 0);
-                cost = c.near_units * p.near_cost * a.kv_heads;
-                if (s.view == NO_VIEW) cost += c.pages * page_of_all_heads;
-                for (u32 h = 0; s.view != NO_VIEW && s.rows == 1 && h < a.kv_heads; h++) {
-                    set_pages(c, a.step, s.boundary, s.view, s.view_end, h);
-                    cost += c.pages * plan.page_cost[h];
-                }
-            }
-            const u64 before = sum_before(cost, plan.warp_sums, all);
-            if (keep && first + tid < n) p.cost_before[first + tid + 1] = total + before + cost;
-            total += all;
-        }
-        return total;
-    };
     // Among codes a BF16 tile costs the time of 1.5 times its bytes, except if everything is read
     // in a few rounds (measured on an H200).
-    if (page_of_all_heads > 0 && add_up(false) > FEW_ROUNDS * workers * (u64)a.round_cost) p.near_cost = near_bytes * 3 / 2;
-    const u64 total = add_up(true);
+    if (page_of_all_heads > 0 &&
+        p.add_up(page_of_all_heads, false) > FEW_ROUNDS * workers * (u64)a.round_cost)
+        p.near_cost = near_bytes * 3 / 2;
+    const u64 total = p.add_up(page_of_all_heads, true);
     // A worker reads at least two of the largest units, so that no two workers begin at the same
     // place.
     const u64 least = a.least_cost > 2 * plan.largest ? a.least_cost : 2 * plan.largest, wanted = quotient(total, least);
@@ -263,19 +279,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(PlanArgs a) {
         if (tid == 0) out.first = info;
     }
     if (tid == 0) a.plan.worker(worker)->begin = begin, a.plan.worker(worker)->end = plan.begins[worker + 1];
-    for (u32 item = blockIdx.x * THREADS + tid; item < items; item += gridDim.x * THREADS) {
-        ItemPlan readers = {0, 0, 0, 0};
-        const u32 sequence = item / a.kv_heads, head = item % a.kv_heads;
-        const u32 units = p.units(context_of(a.step, a.step.sequences[sequence], head), head);
-        if (own_workers_each) {
-            readers = {plan.own_before[item], plan.own_before[item + 1] - plan.own_before[item], 0, 0};
-        } else if (units > 0) {
-            const u32 first = p.begun(active, {sequence, head, 0}) - 1, last = p.begun(active, {sequence, head, units - 1}) - 1;
-            const Place at = plan.begins[first];
-            readers = {first, last - first + 1, at.sequence != sequence || at.head != head, 0};
-        }
-        *a.plan.item(item) = readers;
-    }
+    for (u32 item = blockIdx.x * THREADS + tid; item < items; item += gridDim.x * THREADS)
+        *a.plan.item(item) = p.readers_of(item, active, own_workers_each);
     // Attention reads the plan before wait_for_previous_kernel. That is safe: this kernel never
     // calls allow_next_kernel, so the next kernel starts after this one has finished.
     __threadfence();

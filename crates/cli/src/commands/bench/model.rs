@@ -210,18 +210,9 @@ pub fn decode(args: &Args) -> Result<()> {
                 if let Some(error) = failure {
                     return Err(error.into());
                 }
-                if let (true, Some(cuda)) = (args.profile, runner.backend().as_cuda()) {
-                    let device = cuda.device().clone();
-                    let host = device.take_host_times();
-                    device.set_profiling(true)?;
-                    let mut requests: Vec<StepRequest<'_>> = sequences
-                        .iter_mut()
-                        .map(|sequence| StepRequest { sequence, tokens: &[1], logits: GREEDY })
-                        .collect();
-                    runner.step(&mut requests, &mut output)?;
+                if args.profile {
                     let what = format!("{format}, context {context}, batch {batch}");
-                    print_profile(&what, device.set_profiling(false)?);
-                    print_host_times(&host);
+                    profile_step(&what, &mut runner, &mut sequences, &mut output)?;
                 }
                 let cache_bytes = runner.usage().bytes;
                 let host = HostReads::of(&runner, batch);
@@ -256,6 +247,26 @@ pub fn decode(args: &Args) -> Result<()> {
     for c in &capacity {
         c.print(args.json);
     }
+    Ok(())
+}
+
+/// Decodes one more token of each sequence and prints where the time goes (GPUs). The host's times
+/// are those of the steps before.
+fn profile_step(
+    what: &str,
+    runner: &mut Runner<AnyBackend>,
+    sequences: &mut [Sequence],
+    output: &mut StepOutput,
+) -> Result<()> {
+    let Some(cuda) = runner.backend().as_cuda() else { return Ok(()) };
+    let device = cuda.device().clone();
+    let host = device.take_host_times();
+    device.set_profiling(true)?;
+    let mut requests: Vec<StepRequest<'_>> =
+        sequences.iter_mut().map(|sequence| StepRequest { sequence, tokens: &[1], logits: GREEDY }).collect();
+    runner.step(&mut requests, output)?;
+    print_profile(what, device.set_profiling(false)?);
+    print_host_times(&host);
     Ok(())
 }
 
