@@ -78,18 +78,7 @@ fn resume<B: Backend<Pool: Inspected>>(
     growing.pages[0] = SequencePages::resumable();
     growing.step(&[stored], Pattern::Plain, report)?;
 
-    let tokens: Vec<u32> = (0..stored as u32).collect();
-    let mut tree = RadixCache::with_approximate_hits(growing.layout.clone());
-    tree.insert(&tokens, &mut growing.pages[0]);
-    growing.pages[0] = SequencePages::new();
-    // The prefix is idle now, and loses its tail.
-    while tree.find(&tokens).is_exact() {
-        ensure!(tree.reclaim(1).bytes > 0, "no approximate hit before the whole prefix is gone");
-    }
-    let prefix = tree.find(&tokens);
-    let length = prefix.len();
-    growing.pages[0] = SequencePages::resume(&growing.layout, prefix);
-    growing.twins[0].iter_mut().for_each(|twin| twin.truncate(length, head_dim));
+    let length = lose_tail(&mut growing, stored)?;
     let pages = &growing.pages[0];
     let probe = SequenceRows {
         rows: 0..0,
@@ -111,4 +100,22 @@ fn resume<B: Backend<Pool: Inspected>>(
         growing.step(&[rows], Pattern::Plain, report).with_context(|| format!("{rows} rows more"))?;
     }
     Ok(())
+}
+
+/// The first sequence, of `stored` tokens, ends and begins anew from a prefix that has lost its tail.
+/// Returns the length of that prefix.
+pub fn lose_tail<B: Backend<Pool: Inspected>>(growing: &mut Growing<'_, B>, stored: usize) -> Result<usize> {
+    let tokens: Vec<u32> = (0..stored as u32).collect();
+    let mut tree = RadixCache::with_approximate_hits(growing.layout.clone());
+    tree.insert(&tokens, &mut growing.pages[0]);
+    growing.pages[0] = SequencePages::new();
+    // The prefix is idle now.
+    while tree.find(&tokens).is_exact() {
+        ensure!(tree.reclaim(1).bytes > 0, "no approximate hit before the whole prefix is gone");
+    }
+    let prefix = tree.find(&tokens);
+    let (length, head_dim) = (prefix.len(), growing.layout.head_dim());
+    growing.pages[0] = SequencePages::resume(&growing.layout, prefix);
+    growing.twins[0].iter_mut().for_each(|twin| twin.truncate(length, head_dim));
+    Ok(length)
 }

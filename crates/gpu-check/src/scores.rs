@@ -1,6 +1,7 @@
 //! Checks of attention weights by row: every score against `oscar_codec::scores`, and pieces of a prompt
 //! against the whole of it, which must agree in every bit.
 
+use crate::approximate::lose_tail;
 use crate::growing::{Checks, Compared, Growing, Inspected, Pattern};
 use crate::twin::HeadTwin;
 use crate::twin_pages::TwinPages;
@@ -11,7 +12,7 @@ use oscar_backend::{
     Backend, CacheHead, HeadShape, Reduce, Result as BackendResult, RowEviction, Scoring, SequenceRows, Tap,
     TappedRows,
 };
-use oscar_cache::{RadixCache, SequencePages, view_end};
+use oscar_cache::{SequencePages, view_end};
 use oscar_codec::random::SplitMix64;
 use oscar_codec::scores::key_weights;
 use oscar_codec::{CacheLayout, CodeLayout, FormatTable, KvFormat, PAGE_TOKENS, Windows};
@@ -404,17 +405,7 @@ fn in_the_window<B: Backend<Pool: Inspected>>(
         return Ok(());
     }
     let mut growing = case.growing(gpu, seed, report)?;
-    let tokens: Vec<u32> = (0..case.stored as u32).collect();
-    let mut tree = RadixCache::with_approximate_hits(growing.layout.clone());
-    tree.insert(&tokens, &mut growing.pages[0]);
-    growing.pages[0] = SequencePages::new();
-    while tree.find(&tokens).is_exact() {
-        ensure!(tree.reclaim(1).bytes > 0, "no approximate hit before the whole prefix is gone");
-    }
-    let prefix = tree.find(&tokens);
-    let length = prefix.len();
-    growing.pages[0] = SequencePages::resume(&growing.layout, prefix);
-    growing.twins[0].iter_mut().for_each(|twin| twin.truncate(length, case.head_dim));
+    let length = lose_tail(&mut growing, case.stored)?;
     for rows in [20, 1] {
         let mut scored = Scored::new(Reduce::Sum, length, None);
         scored_step(&mut growing, rows, 0..rows, &mut scored, report)?;

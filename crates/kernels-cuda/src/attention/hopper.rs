@@ -15,7 +15,7 @@ use crate::layout::shared_struct;
 use crate::memory::{Buffer, DevicePtr};
 use crate::pages::HeadPages;
 use crate::sources::{ATTENTION_PREFILL_HOPPER, DEQUANTIZE, prefill_defines};
-use crate::step::StepTables;
+use crate::step::{SequenceInfo, StepTables};
 use half::{bf16, f16};
 use oscar_backend::{HeadShape, PrefillWave};
 use oscar_codec::PAGE_TOKENS;
@@ -139,7 +139,6 @@ impl HopperKernels {
             0 => None,
             _ => Some(grow(device, &mut memory.expanded, heads * head_bytes, "expanded pages")?.0.ptr()),
         };
-        let e4m3_bits = self.e4m3_bits;
         let whole = block.launch(call, heads);
         let prompts = work.prompts.clone();
         let (tiles, kv_heads, sequences) = (whole.grid.0, whole.grid.1, prompts.len() as u32);
@@ -163,7 +162,7 @@ impl HopperKernels {
                     first_head: first_head as u32,
                     first_sequence: prompts.start as u32,
                     least_rows: LEAST_ROWS,
-                    e4m3_bits,
+                    e4m3_bits: self.e4m3_bits,
                 };
                 let launch = LaunchShape {
                     grid: (work.blocks as u32, count as u32, sequences),
@@ -190,7 +189,7 @@ impl HopperKernels {
                 least_rows: LEAST_ROWS,
                 tiles,
                 splits: splits as u32,
-                e4m3_bits,
+                e4m3_bits: self.e4m3_bits,
                 scale: shape.scale,
                 partial,
                 sinks: call.sinks,
@@ -255,20 +254,17 @@ struct Expansion {
 impl Expansion {
     fn of(call: &LayerCall<'_>) -> Self {
         let first = call.tables.sink as usize / PAGE_TOKENS;
-        let prompts = || call.summary.sequences.iter().filter(|s| s.rows >= LEAST_ROWS);
-        let end = |s: &crate::step::SequenceInfo| (s.first_position + s.rows) as usize;
+        let sequences = &call.summary.sequences;
+        let is_prompt = |s: &SequenceInfo| s.rows >= LEAST_ROWS;
+        let prompts = || sequences.iter().filter(|s| is_prompt(s));
+        let end = |s: &SequenceInfo| (s.first_position + s.rows) as usize;
         let places = prompts().map(|s| s.table as usize + end(s).div_ceil(PAGE_TOKENS)).max();
-        let quantized = |s: &&crate::step::SequenceInfo| s.boundary > call.tables.sink;
+        let quantized = |s: &&SequenceInfo| s.boundary > call.tables.sink;
         let blocks = prompts().filter(quantized).map(|s| (s.boundary as usize).div_ceil(PAGE_TOKENS) - first);
         let pages = prompts().map(|s| end(s).div_ceil(PAGE_TOKENS)).max();
-        let sequences = &call.summary.sequences;
-        let is_prompt = |s: &crate::step::SequenceInfo| s.rows >= LEAST_ROWS;
-        let prompts = match sequences.iter().position(is_prompt) {
-            Some(first) => first..sequences.iter().rposition(is_prompt).map_or(first, |last| last + 1),
-            None => 0..0,
-        };
+        let begin = sequences.iter().position(is_prompt).unwrap_or(0);
         Self {
-            prompts,
+            prompts: begin..sequences.iter().rposition(is_prompt).map_or(begin, |last| last + 1),
             pages: pages.unwrap_or(0),
             places: places.unwrap_or(0),
             blocks: blocks.max().unwrap_or(0),

@@ -1,6 +1,6 @@
 //! The parts of `attend` that only some layers have: sliding windows and attention sinks.
 
-use super::step::Planned;
+use super::step::{Planned, check_output};
 use super::{CudaBackend, CudaRows, CudaStep, grow};
 use crate::attention::decode::Queries;
 use crate::attention::sinks::{self, ShiftSinksParams};
@@ -73,11 +73,7 @@ impl CudaStep<'_> {
         out: &mut CudaRows,
         tapped: bool,
     ) -> Result<()> {
-        let shape = *self.pool.shape();
-        if out.width() != shape.query_heads * shape.head_dim {
-            let detail = format!("{} for {shape:?}", out.width());
-            return Err(CudaError::Shape { what: "the output of attention", detail });
-        }
+        check_output(self.pool.shape(), out)?;
         // The product after it reads the rounded rows of a prompt.
         let rounds = CudaBackend::rounds(rows);
         out.resize(&self.backend.device, rows, tapped || !rounds, rounds)?;

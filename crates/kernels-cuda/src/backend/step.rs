@@ -15,8 +15,8 @@ use crate::pages::CudaPages;
 use crate::step::{StepSummary, StepTables};
 use crate::storage::Storage;
 use oscar_backend::{
-    Candidate, DeltaStep, Gate, LayerHeads, Pick, Product, Result as BackendResult, SequenceRows, Step, Tap,
-    TappedRows, WeightFormat,
+    Candidate, DeltaStep, Gate, HeadShape, LayerHeads, Pick, Product, Result as BackendResult, SequenceRows,
+    Step, Tap, TappedRows, WeightFormat,
 };
 use std::sync::MutexGuard;
 use std::time::Instant;
@@ -241,10 +241,7 @@ impl<'s> CudaStep<'s> {
         let Self { backend, state, pool, planned, .. } = self;
         let Some(Planned { tables, summary, path, .. }) = planned else { return Ok(()) };
         let shape = pool.shape();
-        if out.width() != shape.query_heads * shape.head_dim {
-            let detail = format!("{} for {shape:?}", out.width());
-            return Err(CudaError::Shape { what: "the output of attention", detail });
-        }
+        check_output(shape, out)?;
         // The product after it reads the rounded rows of a prompt.
         let rounds = CudaBackend::rounds(rows);
         out.resize(&backend.device, rows, tapped || !rounds || *path != Path::Prefill, rounds)?;
@@ -304,6 +301,15 @@ impl<'s> CudaStep<'s> {
         // width.
         unsafe { backend.launches.select(rows.len(), p) }
     }
+}
+
+/// Attention writes all query heads of a row.
+pub(super) fn check_output(shape: &HeadShape, out: &CudaRows) -> Result<()> {
+    if out.width() != shape.query_heads * shape.head_dim {
+        let detail = format!("{} for {shape:?}", out.width());
+        return Err(CudaError::Shape { what: "the output of attention", detail });
+    }
+    Ok(())
 }
 
 /// Rows that are read one by one must be there, in one of their forms.
