@@ -7,8 +7,8 @@
 //! A GPU attends to prompts in waves: a last wave that is not full takes as long as a full one. So the
 //! rows of a prompt count as whole waves in its pairs, and a step is best a number of whole waves.
 //!
-//! Beside sequences that decode, predictions are multiplied by what such steps lately took beyond them:
-//! the fit may come from the long steps of a prompt alone, and a late token is worse than a short step.
+//! The fit may come from the long steps of a prompt alone, which are more efficient. So the prediction for
+//! a step beside decoding sequences is multiplied by how much longer than predicted such steps lately took.
 //!
 //! Only steps with prompts teach: a long time of decoding alone does not make the model forget what
 //! prompts cost, and the time of decoded rows, which read memory, is no guide to that of prompts.

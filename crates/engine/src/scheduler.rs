@@ -91,8 +91,8 @@ impl SchedulerOptions {
     pub const UNPREDICTED_TOKENS: usize = 256;
     /// Tokens of every step that decoding cannot take from prompts, at least.
     pub const MIN_PREFILL: usize = 64;
-    /// Share of the target that predicted time may take: one step in a hundred takes a tenth longer than
-    /// predicted, and the host needs some time between two steps.
+    /// Share of the target that the predicted time may take. One step in a hundred takes a tenth longer
+    /// than predicted, and the host needs some time between two steps.
     const AIM: f64 = 0.85;
 
     /// Most rows of a step.

@@ -101,13 +101,9 @@ impl<B: Backend> Serving<B> {
     }
 
     pub fn activity(&self) -> Activity {
-        let store = self.tiers.as_ref().is_some_and(PageTiers::is_waiting);
         match self.post.jobs.activity() {
             _ if !self.scheduler.is_idle() => Activity::Busy,
-            Activity::Idle if store && !self.tiers.as_ref().is_some_and(PageTiers::moves) => {
-                Activity::Waiting
-            }
-            Activity::Idle if store => Activity::Busy,
+            Activity::Idle => self.tiers.as_ref().map_or(Activity::Idle, PageTiers::activity),
             jobs => jobs,
         }
     }

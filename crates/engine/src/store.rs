@@ -17,6 +17,7 @@
 
 use crate::copies::{Gathered, OfferedPage, fill, pages_of};
 use crate::request::{CachedByTier, RequestId};
+use crate::serving::Activity;
 use oscar_backend::{Backend, BlockId};
 use oscar_cache::{
     CacheSalt, PageHash, PageKind, PrefixKey, RadixCache, Reclaimed, RestoredPage, TakenPages, WantedPage,
@@ -30,8 +31,8 @@ use std::time::{Duration, Instant};
 
 /// Bytes copied to the device between two steps while requests run.
 const LOAD_BYTES: usize = 16 << 20;
-/// Bytes copied together while none runs, if the store has more to come: a copy of few has no use for
-/// several threads.
+/// Bytes copied together while none runs and the store has more to send: several threads share a large
+/// copy, and each call of the device costs time of its own.
 const LOADED_TOGETHER: usize = 64 << 20;
 /// How long a store that did not answer in time is left alone.
 const REST: Duration = Duration::from_secs(30);
@@ -49,8 +50,8 @@ pub struct PageTiers {
     offered: usize,
     /// The store did not answer in time: it is not asked before this.
     rests_until: Option<Instant>,
-    /// The store has answered since the last step but one.
-    moves: bool,
+    /// The last [`PageTiers::advance`] found an answer of the store.
+    answers: bool,
 }
 
 /// A request that waits for pages.
@@ -97,6 +98,12 @@ impl Restore {
         self.fetched.iter().map(bytes).sum()
     }
 
+    /// Whether a larger copy is not worth waiting for, or will not come: a page is missing.
+    fn is_enough(&self) -> bool {
+        let misses = self.fetched.back().is_some_and(|page| page.page.is_none());
+        misses || self.orders.is_empty() || self.fetched_bytes() >= LOADED_TOGETHER
+    }
+
     fn is_done(&self) -> bool {
         let is_waiting = self.looks || !self.orders.is_empty();
         self.broken || !(is_waiting || !self.wanted.is_empty() || !self.fetched.is_empty())
@@ -127,7 +134,7 @@ impl PageTiers {
             tickets: 0,
             offered: 0,
             rests_until: None,
-            moves: false,
+            answers: false,
         }
     }
 
@@ -138,14 +145,13 @@ impl PageTiers {
         }
     }
 
-    /// Whether requests wait for pages.
-    pub fn is_waiting(&self) -> bool {
-        !self.restores.is_empty()
-    }
-
-    /// Whether the store's answers come without a pause.
-    pub fn moves(&self) -> bool {
-        self.moves
+    /// Whether requests wait for pages. While answers come, the next is looked for without a pause.
+    pub fn activity(&self) -> Activity {
+        match self.restores.is_empty() {
+            true => Activity::Idle,
+            false if self.answers => Activity::Busy,
+            false => Activity::Waiting,
+        }
     }
 
     /// Whether the store can be asked now.
@@ -208,17 +214,16 @@ impl PageTiers {
         runs: bool,
         is_open: impl Fn(RequestId) -> bool,
     ) -> Result<Advance, StepError> {
-        (self.offered, self.moves) = (0, false);
+        (self.offered, self.answers) = (0, false);
         while let Some(reply) = self.reader.poll() {
             self.take(reply, cache);
-            self.moves = true;
+            self.answers = true;
         }
         let mut advance = Advance::default();
         let mut budget = if runs { LOAD_BYTES } else { usize::MAX };
         for (&ticket, restore) in &mut self.restores {
             restore.broken |= !is_open(restore.request);
-            let is_enough = runs || restore.orders.is_empty() || restore.fetched_bytes() >= LOADED_TOGETHER;
-            if !restore.broken && is_enough {
+            if !restore.broken && (runs || restore.is_enough()) {
                 load(restore, runner, cache, &mut budget, &mut advance.reclaimed)?;
             }
             if !restore.broken {
